@@ -6,7 +6,6 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any
@@ -59,9 +58,7 @@ def as_python(message: str, *, own: str = "") -> str:
 def _literal(value: str) -> str:
     """A value of a command line as Python; `...` stays."""
     if value.startswith("[") and value.endswith("]"):
-        with suppress(ValueError, SyntaxError, TypeError):
-            return json.dumps(ast.literal_eval(value), ensure_ascii=False)
-        items = value[1:-1].split(",")
+        items = re.findall(r'\s*(?:"[^"]*"|[^,]+)', value[1:-1])  # a text may contain a comma
         return f"[{', '.join(_literal(item.strip()) for item in items)}]"
     if value in ("null", "true", "false"):
         return str(json.loads(value))

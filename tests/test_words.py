@@ -41,7 +41,7 @@ def test_many_names_are_shortened():
     [
         ("study=mine not found; did you mean it?", "", 'study="mine" not found; did you mean it?'),
         ("a=null, b=[2,x] or c=[]; set d=...", "", 'a=None, b=[2, "x"] or c=[]; set d=...'),
-        ('study=["a,b"]: must', "", 'study=["a,b"]: must'),
+        ('a=[true, "b,c",d] and e', "", 'a=[True, "b,c", "d"] and e'),
         ("norm=a,b: add -m, or x=false", "", 'norm="a,b": add -m, or x=False'),
         ("try norm.eps=2", "", 'try "norm.eps=2"'),
         ("try norm.eps=2 at bn.norm", "norm", "try eps=2 at bn.norm"),

@@ -113,6 +113,11 @@ class ArmAtSize:
             return self.tuning.values
         return self._outcomes_of([self.best], self._num_samples([self.best]))[0]
 
+    @property
+    def has_chance_run(self) -> bool:
+        """True if a run counts as chance level, and so as equal for all test samples."""
+        return any(run.value(self.metric) != run.recorded(self.metric) for run in self.best.runs)
+
     @cached_property
     def waves(self) -> Array | None:
         """Of the mean over seeds along the test text, (NUM_TRIED,); None without sequences."""

@@ -212,7 +212,7 @@ def compare_pair(
     why = _why_not_compared(slice_, first, second, sizes)
     is_comparable, gap, num_samples = not why, NOTHING, 0
     if is_comparable and first.seeds and second.seeds:
-        drift = None if first.waves is None else slice_.drift
+        drift = None if first.waves is None else slice_.drift_between(first, second)
         gap, num_samples = gap_of(first, second, drift)
     why = (
         why

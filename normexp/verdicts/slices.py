@@ -100,12 +100,19 @@ class Slice:
 
     @cached_property
     def drift(self) -> float:
-        """Of the differences of its arms along a test text; 0 without.
+        """Of the differences of its arms along the test text.
 
-        An arm with a lost run is left out: a run at chance differs as the text does.
+        An arm with a run that counts as chance is left out: it differs from others as the text
+        does, whatever they are.
         """
-        whole = [side for side in self.arms_at_sizes if side.seeds and not side.lost]
-        return drift_of([side.waves for side in whole])
+        sides = [side for side in self.arms_at_sizes if side.seeds and not side.has_chance_run]
+        return drift_of([side.waves for side in sides])
+
+    def drift_between(self, first: ArmAtSize, second: ArmAtSize) -> float:
+        """The drift of two arms; with a run that counts as chance, that of their difference."""
+        if first.has_chance_run or second.has_chance_run:
+            return drift_of([first.waves, second.waves])
+        return self.drift
 
     @property
     def scope(self) -> str:

@@ -109,6 +109,7 @@ REFUSED = [
     ("report", "runs/mine", "'runs/mine' is not key=value, as in study=NAME"),
     ("report", "study=a serve=true", "serve: unknown key"),
     ("report", "study=[a,a]", "study=[a,a]: must be a list of different values"),
+    ("report", "study=a,b", "of at most 200 bytes; type study=[a,b]"),
     ("report", "study=a study=b", "split braces, type 'study=[a,b]'"),
     ("report", "runs_dir=${NO_SUCH}/a", "${NO_SUCH} is not set; export it"),
     ("report", "study=a tolerance=nan", "tolerance=nan: must be"),

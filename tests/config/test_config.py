@@ -31,6 +31,7 @@ REFUSED = {
     "optim=xyz": "optim=xyz: no such optim; it takes adamw, custom, muon, sgd",
     "norm=xyz": "norm=xyz: no such norm; --help lists all; YAMLs of yours need --config-dir FOLDER",
     "norm=./norms/mine.py": "--help lists all; a class of yours is norm=my_module.MyClass",
+    "activation=gelu": "activation: unknown key; did you mean act?",
     "num_seeds=3": "num_seeds: unknown key; did you mean replicas?",
     "+trainer.max_steps=9": "trainer.max_steps: unknown key; did you mean steps?",
     "optim.learning_rate=1": "optim.learning_rate: unknown key of optim=sgd; did you mean lr?",

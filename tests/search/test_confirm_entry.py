@@ -104,13 +104,18 @@ def test_a_confirmation_from_the_first_run_to_the_next_one(
     assert [one.seeds for one in confirmations(runs_dir)] == [[2, 3], [4, 5]]
     assert "it spends 0.8 %" in capsys.readouterr().out
 
-    # The ranking as it was: shown again, nothing is trained.
+    # The ranking as it was: the first confirmation again, from Python, and as it was recorded.
     monkeypatch.setattr(confirming, "rank_tries", rank)
     before = seeds(runs_dir)
     is_told = pytest.raises(UserError, match='study="loop" is being confirmed by process')
     with file_lock(runs_dir / "loop" / CONFIRM_LOCK), is_told:
         normexp.confirm_best("loop", runs_dir, best=2, replicas=2)
+    shutil.rmtree(runs_dir / "loop" / found.finalists[0] / "seed-3")
     shown = normexp.confirm_best("loop", runs_dir, best=2, replicas=2)
+    *_, last = commands(runs_dir)
+    capsys.readouterr()
+    assert main([*last.command[1:], "dry_run=true"]) == 0
+    assert "confirmation 1: " in capsys.readouterr().out
     assert seeds(runs_dir) == before and len(confirmations(runs_dir)) == 2
     verdicts = [one for one in shown.comparisons if one.verdict]
     assert {one.first.best.directory.name for one in verdicts[:2]} == {*found.finalists}

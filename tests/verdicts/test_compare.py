@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.errors import UserError
 from normexp.verdicts.arm_at_size import ArmAtSize
-from normexp.verdicts.compare import DIFFERENCE, gap_of
+from normexp.verdicts.compare import DIFFERENCE, gap_of, judge
 from normexp.verdicts.interval import mean
+from normexp.verdicts.metric import describe_metric
 from normexp.verdicts.report import Report
 from normexp.verdicts.rows import Point, SearchRecord, comparable
 
@@ -156,21 +159,25 @@ def test_the_family_is_a_table():
     assert size("batch", "group", "layer") == 3  # two, and the choice of the best
 
 
-def of_text(lead: np.ndarray, *leads: np.ndarray) -> Report:
-    """Norms of four seeds on a text; leads: of all but the first over the first, along the text."""
+def of_text(*leads: np.ndarray, **options: Any) -> Report:
+    """Norms of four seeds on a text that becomes harder.
+
+    leads: of all but the first over the first, along the text
+    """
     rng = np.random.default_rng(0)
-    hard = 1.5 + rng.normal(0, 0.3, len(lead))
+    length = len(leads[0])
+    hard = np.linspace(1, 2, length) + rng.normal(0, 0.3, length)
     cells = []
-    for norm, own in zip(("batch", "group", "layer"), (0 * lead, lead, *leads), strict=False):
+    for norm, own in zip(("batch", "group", "layer"), (0, *leads), strict=False):
         runs = []
         for seed in range(4):
-            noise = rng.normal(0, 0.01, len(lead))
+            noise = rng.normal(0, 0.01, length)
             loss = (hard - own + noise).astype(np.float32)
             metrics = {"test/bits_per_byte": 2 * float(loss.mean())}
             runs += cell_of(norm, {seed: 0.5}, metrics=metrics, samples={seed: loss}, data="text",
                             chance_accuracy=None)  # fmt: skip
         cells.append(runs)
-    return report_of_cells(*cells)
+    return report_of_cells(*cells, **options)
 
 
 def test_sequences_of_a_text_count_and_are_scaled_to_bits_per_byte():
@@ -190,10 +197,20 @@ def test_a_difference_that_drifts_along_a_text_has_no_verdict():
     assert mixed.verdict == "better"
     assert drifting.verdict is None and drifting.gap.low is None
     assert drifting.why.startswith("may drift along the test text, over 200 of 200 sequences")
+    also = judge(replace(drifting, why="3 of 4 seeds of group"), family_size=1)
+    assert also.why == f"3 of 4 seeds of group; {drifting.why}"
     beside = find(of_text(np.random.default_rng(2).permutation(lead), lead), "group")
     assert beside.verdict is None and beside.why.startswith("may drift along the test text")
     short = find(of_text(lead[::20]), "group")
     assert short.verdict is None and short.why.startswith("10 test sequences are too few")
+
+
+def test_a_norm_at_chance_drifts_as_the_text_does_and_costs_no_other_its_verdict():
+    lead = np.random.default_rng(2).permutation(np.repeat([0.1, 0.2], 100))
+    metric = replace(describe_metric("test/bits_per_byte"), chance_level=6.0)
+    report = of_text(lead, lead - 2, metric=metric)
+    assert find(report, "group").verdict == "better"
+    assert find(report, "layer").why.startswith("may drift along the test text")
 
 
 def test_statistics_of_the_same_runs_are_paired_by_seed():

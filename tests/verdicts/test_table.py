@@ -178,6 +178,7 @@ def other_rate(row: int) -> float:
     ("change", "options", "message"),
     [
         (lambda t: t, {"metric": "val/acuracy"}, "val/acuracy: no such column; did you mean val/"),
+        (lambda t: t, {"ignore": ["lr,x"]}, r"lr,x: no such column; type several as \[lr,x\]"),
         (lambda t: t, {"metric": "seed"}, "seed: one column cannot play two parts"),
         (
             lambda t: t,

@@ -27,6 +27,15 @@ def test_no_word_is_broken(
     assert "57.1 [53.7, 60.5]" in out  # unbroken, since the reason can be broken
 
 
+def test_numbers_are_broken_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Too narrow for both numbers on one line, wide enough for the halves of each."""
+    monkeypatch.setenv("COLUMNS", "41")
+    print_rows(open_console(), ["a", "b", "why"], [[ROW[2], ROW[2], ROW[4] * 2]], ["a", "b"])
+    assert capsys.readouterr().out.count("57.1 [53.7, ") == 2
+
+
 def test_without_a_known_width_a_row_and_a_sentence_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -109,19 +109,13 @@ def measure_card(
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
     try:
-        norm = open_norm(
-            make,
-            target=target,
-            eps=eps,
-            num_features=num_features,
-            layout=layout,
-            may_mix=may_mix,
-        )
+        norm = open_norm(make, target=target, eps=eps, num_features=num_features, layout=layout)
     except UserError as error:
         if error.__cause__ is None or isinstance(error.__cause__, TypeError | UserError):
             raise
         line = Answer("contract", BUILT, "fail", detail=str(error))
         return Card(name, target, 0, "no input", (line,))
+    norm = replace(norm, may_mix=may_mix)
     lines = [Answer("contract", BUILT)]
     obstacle = ""  # to all further questions
     for question in OF_NORMS:

@@ -152,14 +152,12 @@ def open_norm(
     eps: float | None = None,
     num_features: int | None = None,
     layout: Literal["first", "last"] | None = None,
-    may_mix: bool = True,
 ) -> LoneNorm:
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
         num_features: channels; by default the first of FEATURES that it can be built for.
         layout: where its channels are, if the user says it.
-        may_mix: False if it declares `mixes_samples = False`.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
@@ -169,8 +167,7 @@ def open_norm(
     for channels in FEATURES if num_features is None else (num_features,):
         try:
             with fixed_draws():
-                lone = LoneNorm(target, make, eps, channels, may_mix=may_mix)
-                return _find_inputs(lone, layout)
+                return _find_inputs(LoneNorm(target, make, eps, channels), layout)
         except UserError as error:
             refusals.append(error)
     raise refusals[0]

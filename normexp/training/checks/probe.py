@@ -26,6 +26,7 @@ TOLERANCE = 1e-4  # relative; float32 rounding moves results by less
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
+MOST_CACHED = 10**6  # numbers; more are drawn anew, since the cache keeps them in memory
 EXTRA_POSITIONS = 3  # of padding, appended to ask about its amount
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 INPUT = "the input"
@@ -134,7 +135,8 @@ class Probe:
             step = torch.randint(1, self.vocab_size, x.shape, generator=draws)
             return (x + step) % self.vocab_size
         size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
-        return (1 + size * cached_normal(x.shape, way + 1)).to(x.dtype)
+        draw = cached_normal if x.numel() <= MOST_CACHED else normal
+        return (1 + size * draw(x.shape, way + 1)).to(x.dtype)
 
     def reads_across(
         self,

@@ -47,9 +47,10 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
 
     Raises: as `train_finalists`
     """
-    trained = train_finalists(options, words)
     if options["dry_run"]:
-        return 0
+        _, specs = _prepare(_folder_of(options), options)
+        return run_cells(specs, words)
+    trained = train_finalists(options, words)
     has_failed = any(state.status in ("failed", "refused") for state in trained)
     if has_failed:
         print_closing_table(trained)
@@ -58,7 +59,7 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
 
 
 def train_finalists(options: Mapping[str, Any], words: Sequence[str]) -> list[CellState]:
-    """Trains what a confirmation lacks; a dry run prints its plan.
+    """Trains what a confirmation lacks.
 
     options: of the entry
 
@@ -67,21 +68,28 @@ def train_finalists(options: Mapping[str, Any], words: Sequence[str]) -> list[Ce
             another process that confirms this study.
         Halted, KeyboardInterrupt: as `train_cells`.
     """
-    study_dir = find_study(Path(options["runs_dir"]), options["study"])
-    if study_dir.is_file():
-        raise UserError(f"study={study_dir.stem} was shipped; confirm a study of your own")
-    if options["dry_run"]:
-        return _train(study_dir, options, words)
+    study_dir = _folder_of(options)
     # Two confirmations at once would both take the same seeds for unused.
     path = study_dir / CONFIRM_LOCK
     with file_lock(path) as is_alone:
         if not is_alone:
             holder = holder_of(path) or "another process"
             raise UserError(f"study={study_dir.name} is being confirmed by {holder}")
-        return _train(study_dir, options, words)
+        confirms, specs = _prepare(study_dir, options)
+        trained = train_cells(specs, words, confirms=confirms)
+        raise_if_stopped(specs, trained)
+        return trained
 
 
-def _train(study_dir: Path, options: Mapping[str, Any], words: Sequence[str]) -> list[CellState]:
+def _folder_of(options: Mapping[str, Any]) -> Path:
+    study_dir = find_study(Path(options["runs_dir"]), options["study"])
+    if study_dir.is_file():
+        raise UserError(f"study={study_dir.stem} was shipped; confirm a study of your own")
+    return study_dir
+
+
+def _prepare(study_dir: Path, options: Mapping[str, Any]) -> tuple[ConfirmRequest, list[CellSpec]]:
+    """A confirmation and its cells, of which it says what they are."""
     cells = label_cells(build_cells(read_studies(study_dir.parent, [study_dir.name])))
     loop = loop_of(cells, options["baseline"])
     earlier = confirmations_of(read_entries(study_dir))
@@ -93,12 +101,7 @@ def _train(study_dir: Path, options: Mapping[str, Any], words: Sequence[str]) ->
     specs = [_spec_of(states[cell], confirms.seeds, options) for cell in confirms.cells]
     number = [*earlier, confirms].index(confirms) + 1
     print(_words(confirms, number, loop))
-    if options["dry_run"]:
-        run_cells(specs, words)
-        return []
-    trained = train_cells(specs, words, confirms=confirms)
-    raise_if_stopped(specs, trained)
-    return trained
+    return confirms, specs
 
 
 def _words(confirms: ConfirmRequest, number: int, loop: Contest) -> str:
