@@ -33,14 +33,22 @@ def main(words: list[str]) -> int:
     if options["study"] is None and unread:
         raise UserError(f"{unread[0]}: set study=... too; without it, all studies are listed")
 
-    from normexp.training.studies.report import publish, publish_index
+    from normexp.training.studies.report import (
+        publish_index,
+        publish_report,
+        read_report,
+        watch_studies,
+    )
 
     if options["study"] is None:
         publish_index(Path(options["runs_dir"]))
         return 0
 
-    asked = {key: options[key] for key in (*OF_BOTH, "watch", "tries")}
-    publish(Path(options["runs_dir"]), options["study"], **asked)
+    place = Path(options["runs_dir"]), options["study"]
+    asked = {key: options[key] for key in (*OF_BOTH, "tries")}
+    if options["watch"]:
+        watch_studies(*place, **asked)
+    publish_report(read_report(*place, **asked))
     return 0
 
 

@@ -15,7 +15,8 @@ from normexp.training.config.spec import CellSpec
 from normexp.training.records.archive import Archive
 from normexp.training.records.journal import CommandEntry
 from normexp.training.records.layout import RESULT_FILE, seed_dir
-from normexp.training.studies.rows import add_archive, read_run
+from normexp.training.records.result import read_result_of_study
+from normexp.training.studies.rows import add_archive, row_of_folder
 from normexp.verdicts.rows import Row, Rows
 
 BENCHMARK = "benchmark1"
@@ -45,7 +46,7 @@ class Reference:
         """The recorded runs of an entry, as runs of this study."""
         run_dirs = [seed_dir(cell.directory, seed) for cell in cells for seed in cell.seeds]
         ended = [run_dir for run_dir in run_dirs if (run_dir / RESULT_FILE).exists()]
-        return [read_run(self.study, run_dir) for run_dir in ended]
+        return [row_of_folder(self.study, one, read_result_of_study(one)) for one in ended]
 
     def rows_of(self, recipes: Iterable[str], entry: Sequence[Row] = ()) -> Rows:
         """The runs of some recipes, and those of an entry, which replace the same cells."""

@@ -263,8 +263,7 @@ class AffineNorm(nn.Module):
 
     def affine_like(self, x: Tensor) -> Affine:
         """Returns gain and bias in the dtype of `widen(x)`; kernels want one for all but `x`."""
-        dtype = wide_dtype(x)
-        gain = None if self.weight is None else self.weight.to(dtype)
-        if gain is not None and self.zero_centered:
-            gain = gain + 1
-        return Affine(gain, None if self.bias is None else self.bias.to(dtype))
+        dtype, gain, bias = wide_dtype(x), self.weight, self.bias
+        if gain is not None:
+            gain = gain.to(dtype) + 1 if self.zero_centered else gain.to(dtype)
+        return Affine(gain, None if bias is None else bias.to(dtype))

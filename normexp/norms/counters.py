@@ -27,7 +27,7 @@ class Counting(nn.Module):
         together = self.counters.amounts if self.counters else None
         for name, amount in amounts.items():
             if together is None:
-                self.get_buffer(name).add_(amount)
+                getattr(self, name).add_(amount)
             else:
                 together[self, name] += amount
 
@@ -58,7 +58,7 @@ class Counters:
         finally:
             self.amounts = None
         if amounts:
-            counters = [norm.get_buffer(name) for norm, name in amounts]
+            counters = [getattr(norm, name) for norm, name in amounts]
             torch._foreach_add_(counters, [*amounts.values()])  # type: ignore[attr-defined]
 
     @contextmanager

@@ -217,7 +217,7 @@ class RunningMomentsNorm(Counting, RunningNorm):
 
     def normalize_in_kernel(self, x: Tensor, affine: Affine, num_groups: int = 1) -> Tensor:
         """Returns batch norm of x (G * N, C, *), in any precision, and moves the state."""
-        self.count(num_batches_tracked=1, num_values=x[:, 0].numel())
+        self.count(num_batches_tracked=1, num_values=x.numel() // x.shape[1])
         averages = (self.running_mean, self.running_var)
         return batch_norm(x, affine, averages, self.momentum, self.eps, num_groups=num_groups)
 

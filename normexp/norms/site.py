@@ -114,6 +114,10 @@ class Site(InPlaceOfNorm):
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         if isinstance(x, fx.Proxy):
             return _leaf_of_trace(self, x, *(() if mask is None else (mask,)))
+        is_split = self.training and self.norm_batch_size is not None
+        is_plain = self.view == "map" and mask is None and self.order is None
+        if is_plain and not is_split and x.numel():
+            return self.norm(x)  # what follows would take as long as a small norm
         if self.order is None:
             return self._normalize(x, mask)
         rows = self.order.rows_per_sample(x) if self.training and self.norm_batch_size else 1

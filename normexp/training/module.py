@@ -30,7 +30,7 @@ from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
 from normexp.training.optimizer import OwnRates, match_layouts
 from normexp.training.recipe import Recipe
-from normexp.training.records.metrics import MetricRow, write_metrics
+from normexp.training.records.metrics import write_metrics
 from normexp.training.step import Step, StepGradient, compiled_gradient, learning_rates
 
 SECONDS_PER_CHUNK = 0.25
@@ -79,6 +79,13 @@ class TrainingModule(pl.LightningModule):
     @property
     def has_ended(self) -> bool:
         return self.step >= self.recipe.schedule.total_steps
+
+    def diverged_at(self, index: int) -> int | None:
+        """The first step of a replica with a loss, or at the end a metric, that is not finite."""
+        values = [column[index] for column in self.metrics.values()]
+        # The last update may break a network after its loss was taken.
+        at_end = None if all(map(math.isfinite, values)) else self.step
+        return self.losses.diverged_at[index] or at_end
 
     # Training
 
@@ -158,7 +165,7 @@ class TrainingModule(pl.LightningModule):
         rates: dict[int, float] = {}  # of the optimizer, in these steps
         for batch in self.batches.chunk(chunk.start, num_steps, dtype):
             rate = self._optimizer_step.learning_rate
-            self.losses.unread.append(self._optimizer_step.take(self.step, batch))
+            self.losses.add(self._optimizer_step.take(self.step, batch))
             self.step += 1
             if self.step % self.recipe.settings.log_every == 0:
                 gradient_norms[self.step], rates[self.step] = self.replicas.gradient_norms(), rate
@@ -180,7 +187,7 @@ class TrainingModule(pl.LightningModule):
                 },
             )
             self._log_means({"train/loss": finite_mean(losses)}, prog_bar=True)
-        # What follows is recorded of no run, so it does not matter at which chunk this is seen.
+        # Nothing below reaches a record, so it may be seen late, at the end of a chunk.
         self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
         affordable = int(SECONDS_PER_CHUNK * num_steps / max(seconds, 1e-9))
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
@@ -316,6 +323,9 @@ class LossHistory:
         self.row: list[Tensor] = []
         self.unread: list[Tensor] = []
 
+    def add(self, of_step: Tensor) -> None:
+        self.unread.append(of_step)
+
     def read(self, num_steps: int) -> Iterator[tuple[int, list[float]]]:
         """Reads the losses up to step `num_steps`; yields rows: last step, mean of each replica."""
         first = num_steps - len(self.unread) + 1
@@ -368,7 +378,7 @@ class Recorder:
         """Writes the rows so far to metrics.csv."""
         for path, rows in zip(self.files, self.rows, strict=False):
             if path is not None:
-                write_metrics(path, [MetricRow(*row) for row in rows])
+                write_metrics(path, rows)
 
 
 class RunLoggers(Logger):

@@ -65,7 +65,8 @@ class TrainingControl:
 
     Attributes:
         stop: requests to stop, by Ctrl-C or by another thread.
-        on_steps: called once a second while it trains.
+        on_steps: called once a second while it trains; it shows the progress of the command, and
+            starts and reads its worker processes where this process trains beside them.
         together: makes the other processes of the training, if there are any, train along inside
             its block; see `cells.devices.Ranks`.
     """

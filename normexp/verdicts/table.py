@@ -9,7 +9,8 @@ The part of a column is inferred from its values, never from its name:
 Measurements and what follows from the seed are left out, and a line says so.
 
 A column that is none of these is refused until `by` or `ignore` names it: runs of several settings
-that are taken for seeds of one would give a wrong verdict without a word.
+that are taken for seeds of one would give a wrong verdict without a word. So is one that says how
+runs ended, which would take the lost ones out of the comparison.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def compare(
         described = replace(described, chosen_by=described)
     cell = [arm, *([tune] if tune else [])]
     columns = _sort_columns(table, cell, seed, by, [*metrics, *ignore])
+    _refuse_endings(table, columns, seed, metric, by)
     _refuse_doubled_seeds(table, columns, seed)
     rows = _rows_of(table, columns, seed, metrics, name)
     rows.roles = Roles(
@@ -212,6 +214,27 @@ def _sort_columns(
         if names:
             notes.append(f"left out, since {why}: {', '.join(names)}")
     return _Columns([*cell, *settings], settings, notes)
+
+
+def _refuse_endings(
+    table: pd.DataFrame, columns: _Columns, seed: str, metric: str, by: Sequence[str]
+) -> None:
+    """Raises UserError for a column that says how runs ended, such as a tracker's `state`.
+
+    As a setting it would take the runs that were lost out of the comparison. Some of its values
+    have no outcome at all, and without it no run stands twice.
+    """
+    has_outcome = table[metric].map(math.isfinite)
+    for name in columns.settings:
+        lost = ~has_outcome.groupby(table[name].map(_value)).any()
+        others = [column for column in (*columns.of_cell, seed) if column != name]
+        tells_runs_apart = table[others].map(_value).duplicated().any()
+        if name in by or tells_runs_apart or lost.all() or not lost.any():
+            continue
+        raise UserError(
+            f"{name}: a setting, or how a run ended? no run with {name}={lost.idxmax()} has a "
+            f"value of {metric}; if it is a setting, by=[{name}], else ignore=[{name}]"
+        )
 
 
 def _value(value: Any) -> Hashable:

@@ -22,7 +22,13 @@ from normexp.training.cells.stack import Stack, cut_stacks, remove, remove_faile
 from normexp.training.config.command import compose_cells
 from normexp.training.config.spec import CellSpec
 from normexp.training.records.journal import CommandEntry, Refusal, read_entries
-from normexp.training.records.layout import CHECKPOINT_FILE, STACKS
+from normexp.training.records.layout import (
+    CHECKPOINT_FILE,
+    RESULT_FILE,
+    STACKS,
+    WEIGHTS_FILE,
+    seed_dir,
+)
 from normexp.training.records.locks import file_lock
 from normexp.training.records.result import Result, Status, read_result
 from normexp.training.records.stack_state import Attempts, lock_of, read_attempts, write_attempts
@@ -190,8 +196,15 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (spec,) = specs_of(tmp_path)
+    write_json = stack_module.write_json
+
+    def killed(path: Path, content: Any) -> None:
+        if path.name == RESULT_FILE:
+            raise SystemExit
+        write_json(path, content)
+
     with monkeypatch.context() as patch:
-        patch.setattr(stack_module, "write_result", lambda *_: (_ for _ in ()).throw(SystemExit))
+        patch.setattr(stack_module, "write_json", killed)
         with pytest.raises(SystemExit):
             walk([spec])
     assert results_of(tmp_path) == []
@@ -201,6 +214,15 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     assert train_stack(*cut_stacks([spec]), command([spec]), TrainingControl(), Prepared())
     assert [result.seed for result in results_of(tmp_path)] == [0, 1]
     assert not [*(tmp_path / "s" / STACKS).glob("*")]
+
+
+def test_a_run_whose_last_update_broke_it_has_diverged_and_keeps_no_weights(tmp_path: Path):
+    words = ["steps=1", "lr=1e38", "replicas=1", "trainer=cpu", f"runs_dir={tmp_path}", "study=s"]
+    (spec,) = compose_cells(parse_command(words))
+    walk([spec])
+    (result,) = results_of(tmp_path)
+    assert (result.status, result.measured.diverged_at_step) == ("diverged", 1)
+    assert not (seed_dir(spec.directory, 0) / WEIGHTS_FILE).exists()
 
 
 def test_runs_that_others_train_are_left_to_them(tmp_path: Path):

@@ -174,6 +174,13 @@ def other_rate(row: int) -> float:
     return 0.3 if row == 9 else 0.1  # a seed of one arm has another
 
 
+def crashed(table: pd.DataFrame) -> pd.DataFrame:
+    """Two runs of each optimizer have crashed, of sgd other seeds than of adam."""
+    has_crashed = (table["seed"] + (table["optimizer"] == "sgd")) % 3 == 0
+    states = has_crashed.map({True: "crashed", False: "finished"})
+    return table.assign(state=states, **{SCORE: table[SCORE].mask(has_crashed)})
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -199,6 +206,7 @@ def other_rate(row: int) -> float:
             {},
             "lr: a setting or a mea",
         ),
+        (crashed, {}, "state: a setting, or how a run ended"),
         (lambda t: t.assign(**{SCORE: "high"}), {}, "val/accuracy: row 2 has 'high', no number"),
         (
             lambda t: t,

@@ -99,10 +99,10 @@ class Attempt:
         self.folder = self.stack.folder
         self.checkpoint = self.folder / CHECKPOINT_FILE
         self.specs = list({spec.id: spec for spec, _ in self.runs}.values())
-        self.attempts = self._count()
 
     def run(self) -> None:
-        """Trains and commits, or says in the folder, or in study.jsonl, why not."""
+        """Trains and commits; if it cannot, its folder or study.jsonl says why."""
+        self.attempts = self._count()
         if self.attempts.count > 2:
             self._give_up(DIED)
             return
@@ -191,7 +191,14 @@ class Attempt:
         environment = describe_environment(threads=self.attempts.threads)
         measured = replace(measured, environment=environment)
         failed = Result(
-            spec.id, seed, Status.FAILED, defines, derived, measured, reason, spec.defaults
+            cell_id=spec.id,
+            seed=seed,
+            status=Status.FAILED,
+            defines=defines,
+            derived=derived,
+            defaults=spec.defaults,
+            measured=measured,
+            error=reason,
         )
         commit(self.folder, [failed])
 
@@ -261,7 +268,7 @@ class Attempt:
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
-            if cell.recipe.settings.save_weights and module.losses.diverged_at[index] is None:
+            if cell.recipe.settings.save_weights and module.diverged_at(index) is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
             content = module.evaluator.content(module.metrics, index)
@@ -297,9 +304,7 @@ class Attempt:
         spec, seed = self.runs[index]
         cell = self.cells[spec.id]
         metrics = {name: column[index] for name, column in module.metrics.items()}
-        diverged_at = module.losses.diverged_at[index]
-        if diverged_at is None and not all(map(math.isfinite, metrics.values())):
-            diverged_at = module.step  # the last update broke the network, after its loss was taken
+        diverged_at = module.diverged_at(index)
         ended_early = why_stopped(module.trainer) if module.step < cell.recipe.num_steps else None
         return Result(
             cell_id=spec.id,
@@ -313,7 +318,7 @@ class Attempt:
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
                 environment=environment,
                 diverged_at_step=diverged_at,
-                last_step=module.losses.diverged_at[index] or module.step,
+                last_step=diverged_at or module.step,
                 stopped=ended_early,
                 apart=self.stack.apart or None,
                 is_stacked=module.replicas.is_stacked,

@@ -39,8 +39,9 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
 
-# What ids and records have among the values of `optim` beside a schedule of the user's own.
-NO_SHIPPED_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}
+# Ids and records name the schedule among the values of `optim`, where it once stood. These are its
+# defaults, which ids leave out; a schedule of the user's own keeps them beside its own name.
+OPTIM_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}
 
 # Of texts that other packages hold; recorded ids contain them. Loaded data are compared besides.
 TEXT_DIGESTS = {
@@ -102,7 +103,7 @@ def identity_of(
 
 def _name_in_optim(content: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Moves a shipped schedule of an identity, and its warm-up, to the values of its optimizer."""
-    named, schedule = dict(NO_SHIPPED_SCHEDULE), content.pop("schedule")
+    named, schedule = dict(OPTIM_SCHEDULE), content.pop("schedule")
     if "choice" in schedule:
         found = {"schedule": schedule["choice"], **config["schedule"]}
         named = {key: found.get(key, default) for key, default in named.items()}
@@ -110,7 +111,7 @@ def _name_in_optim(content: dict[str, Any], config: Mapping[str, Any]) -> None:
     if schedule:
         content["schedule"] = schedule
     is_shipped_optim = "choice" in content["optim"]
-    content["optim"] |= differences(named, NO_SHIPPED_SCHEDULE) if is_shipped_optim else named
+    content["optim"] |= differences(named, OPTIM_SCHEDULE) if is_shipped_optim else named
 
 
 def id_of(

@@ -100,7 +100,7 @@ class Key:
     Attributes:
         unit: as in its comment in config.yaml.
         in_id: it defines the training; False for where, when or how a cell is trained.
-        implied: ids leave the key out where it has this value, although no default names it.
+        implied: ids leave the key out where it has this value, which no YAML sets.
         is_probed: what a network mixes or leaks may depend on it.
         goes_to_target: in a group, it is an argument of the target and not for normexp alone.
         kind: its type with the range of its values, as its line in the table has it.

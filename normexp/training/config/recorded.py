@@ -15,7 +15,7 @@ from normexp.training.config.groups import (
     shipped_config,
     shipped_defaults,
 )
-from normexp.training.config.identity import NO_SHIPPED_SCHEDULE
+from normexp.training.config.identity import OPTIM_SCHEDULE
 from normexp.training.config.keys import with_values
 from normexp.training.config.spec import CellSpec
 from normexp.training.records.layout import CONFIG_FILE
@@ -58,5 +58,5 @@ def choices_of(result: Result) -> dict[str, str]:
         group: result.defines.get(group, {}).get("choice", result.settings[group])
         for group in groups
     }
-    shipped_schedule = result.settings.get("optim.schedule", NO_SHIPPED_SCHEDULE["schedule"])
+    shipped_schedule = result.settings.get("optim.schedule", OPTIM_SCHEDULE["schedule"])
     return {"schedule": shipped_schedule, **choices}

@@ -16,7 +16,7 @@ from normexp.errors import UserError
 from normexp.training.config.choices import words_of
 from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.training.config.identity import (
-    NO_SHIPPED_SCHEDULE,
+    OPTIM_SCHEDULE,
     defining_values,
     id_of,
     identity_of,
@@ -128,7 +128,7 @@ class CellSpec:
         Without the budget, which is among `derived`. A slot of the norm is what its YAML sets, else
         the default, and a null slot is the norm's.
         """
-        values = flatten(defining_values(self.config)) | flatten({"optim": NO_SHIPPED_SCHEDULE})
+        values = flatten(defining_values(self.config)) | flatten({"optim": OPTIM_SCHEDULE})
         for key, meaning in KEYS.items():
             if meaning.implied is not NO_VALUE:  # ids, and so these values, leave it out
                 values[key] = attrgetter(key)(self.settings)

@@ -65,8 +65,8 @@ class TrainingBatches:
         if epoch != self._epoch:
             self._begin(epoch)
         steps = range(first_step, first_step + num_steps)
-        order = self._order[:, position * self.batch_size :]
-        batches = order.split(self.batch_size, dim=1)[:num_steps]
+        first, end = position * self.batch_size, (position + num_steps) * self.batch_size
+        batches = self._order[:, first:end].split(self.batch_size, dim=1)
         assert len(batches) == num_steps, "a chunk ends with its epoch"
         augmentation = self.data.augmentation
         draws = self._draw_augmentation(steps)

@@ -12,7 +12,7 @@ from normexp.verdicts.rows import MetricRow
 HEADER = "step,epoch,samples_seen,name,value"
 
 
-def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
+def write_metrics(path: Path, rows: Iterable[tuple[int, int, int, str, float]]) -> None:
     """Replaces metrics.csv atomically. Values keep every digit; a loss may be nan or inf here."""
     lines = [f"{step},{epoch},{seen},{name},{value!r}" for step, epoch, seen, name, value in rows]
     write_text(path, "\n".join([HEADER, *lines, ""]))

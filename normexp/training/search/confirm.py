@@ -30,7 +30,7 @@ from normexp.training.records.layout import (
 from normexp.training.records.locks import file_lock, holder_of
 from normexp.training.records.result import Result, Status
 from normexp.training.records.study import CellState, read_study
-from normexp.training.studies.report import publish
+from normexp.training.studies.report import publish_report, read_report
 from normexp.training.studies.rows import read_studies
 from normexp.training.studies.terminal import print_closing_table
 from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
@@ -54,7 +54,7 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
     has_failed = any(state.status in ("failed", "refused") for state in trained)
     if has_failed:
         print_closing_table(trained)
-    publish(Path(options["runs_dir"]), [options["study"]], watch=False)
+    publish_report(read_report(Path(options["runs_dir"]), [options["study"]]))
     return FAILED if has_failed else 0
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
@@ -48,23 +48,6 @@ def describe_norm(name: str) -> str:
     return norm_words(name)[0] if name in group_choices("norm") else ""
 
 
-def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any) -> None:
-    """Writes and prints the report of the studies.
-
-    With `watch`, writes it whenever results appear, also the first, until Ctrl-C; the page reloads
-    itself.
-
-    options: as of `read_report`
-
-    Raises:
-        UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
-            be written.
-    """
-    if watch:
-        _watch(runs_dir, names, options)
-    publish_report(read_report(runs_dir, names, **options))
-
-
 def publish_report(report: Report) -> None:
     """Prints a report, and writes its page."""
     print_report(report)
@@ -74,7 +57,12 @@ def publish_report(report: Report) -> None:
             print(MISSING)
 
 
-def _watch(runs_dir: Path, names: Sequence[str], options: Mapping[str, Any]) -> NoReturn:
+def watch_studies(runs_dir: Path, names: Sequence[str], **options: Any) -> NoReturn:
+    """Writes the report of the studies whenever results appear, also the first, until Ctrl-C.
+
+    Its page reloads itself. Arguments and errors as of `read_report`; a UserError also for a folder
+    that cannot be written.
+    """
     print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
     seen, report = 0, None
     try:

@@ -26,7 +26,6 @@ from normexp.training.records.layout import (
     PICTURE_FILE,
     RESULT_FILE,
     find_study,
-    list_runs,
     search_dir,
     seed_dir,
 )
@@ -38,7 +37,6 @@ from normexp.training.records.result import (
     flatten,
     places_of,
     read_evaluation,
-    read_result_of_study,
 )
 from normexp.training.records.samples import read_samples
 from normexp.training.records.study import read_study
@@ -75,10 +73,11 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Rows:
 def _add_folder(rows: Rows, name: str, root: Path) -> None:
     """Adds the ended runs of a folder, and what was asked of it."""
     study, runs, problems = read_study(root), [], []
-    for run_dir in list_runs(root):
-        if (run_dir / RESULT_FILE).exists():
+    for _, cell in sorted(study.cells.items()):
+        problems += cell.problems
+        for result in cell.results:
             try:
-                runs.append(read_run(name, run_dir))
+                runs.append(row_of_folder(name, seed_dir(cell.directory, result.seed), result))
             except UserError as error:
                 problems.append(str(error))
     ended = {run.directory.parent for run in runs}
@@ -119,9 +118,8 @@ def add_archive(rows: Rows, archive: Archive) -> None:
     _add_commands(rows, study, archive.entries, archive.search_entries)
 
 
-def read_run(study: str, run_dir: Path) -> Row:
-    """The row of an ended run. Raises UserError for a result that cannot be read."""
-    result = read_result_of_study(run_dir)
+def row_of_folder(study: str, run_dir: Path, result: Result) -> Row:
+    """The row of a run whose files are in a folder. Raises UserError for a result without sizes."""
     if not isinstance(result.settings.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no batch_size; was it edited by hand?")
     metrics = {**read_evaluation(run_dir), **result.metrics}  # the training's take precedence
@@ -145,7 +143,7 @@ def row_of(
         status=result.status,
         config=result.settings,
         metrics=metrics,
-        defaults=result.values,
+        defaults=result.defaults,
         typed=flatten(result.defines),
         measured=flatten(measured),
         directory=run_dir,
@@ -221,6 +219,8 @@ def join_paths(rows: Rows) -> Rows:
     Cells of a study that differ in their paths alone become one, with the seeds of all.
     """
     paths = first_spellings(run.typed for run in rows.runs)
+    if not paths:
+        return rows
     by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run in rows.runs:
         by_cell[run.study, run.cell_id].append(run)

@@ -97,7 +97,7 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
     while not control.stop.requested and (stacks := job.unfinished()):
         with slot.claim() as has_slot:
             try:
-                has_trained = has_slot and any(
+                was_free = has_slot and any(
                     train_stack(stack, job.command, control, prepared) for stack in stacks
                 )
             except Interrupted:
@@ -105,7 +105,7 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
             except UserError as error:  # a record that cannot be read or written
                 raise Halted(str(error)) from error
         control.on_steps()
-        if not has_trained:
+        if not was_free:
             _say_who_trains(stacks, None if has_slot else slot)
             time.sleep(TICK)
 
