@@ -2,15 +2,16 @@
 
 The part of a column is inferred from its values, never from its name:
 
-- every value of a setting occurs, within each arm that has it, for at least two seeds;
+- every value of a setting occurs, within each arm that has it, for at least two seeds, and
+  settings tell the runs of one seed apart, or follow from those that do;
 - no value of a measurement repeats, be it a time, a further metric or the name of a run;
 - what follows from the seed is neither.
 
 Measurements and what follows from the seed are left out, and a line says so.
 
 A column that is none of these is refused until `by` or `ignore` names it: runs of several settings
-that are taken for seeds of one would give a wrong verdict without a word. So is one that says how
-runs ended, which would take the lost ones out of the comparison.
+that are taken for seeds of one, or an outcome that is taken for a setting, would give a wrong
+verdict without a word.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def compare(
         described = replace(described, chosen_by=described)
     cell = [arm, *([tune] if tune else [])]
     columns = _sort_columns(table, cell, seed, by, [*metrics, *ignore])
-    _refuse_endings(table, columns, seed, metric, by)
     _refuse_doubled_seeds(table, columns, seed)
+    _refuse_outcomes(table, columns, seed, by)
     rows = _rows_of(table, columns, seed, metrics, name)
     rows.roles = Roles(
         arm=arm, of_arm=(), slots=(), alone=True, tuned=tune, sizes=(), task=(), budgets=()
@@ -216,24 +217,24 @@ def _sort_columns(
     return _Columns([*cell, *settings], settings, notes)
 
 
-def _refuse_endings(
-    table: pd.DataFrame, columns: _Columns, seed: str, metric: str, by: Sequence[str]
-) -> None:
-    """Raises UserError for a column that says how runs ended, such as a tracker's `state`.
+def _refuse_outcomes(table: pd.DataFrame, columns: _Columns, seed: str, by: Sequence[str]) -> None:
+    """Raises UserError for what varies from seed to seed, as the `state` of a tracker does.
 
-    As a setting it would take the runs that were lost out of the comparison. Some of its values
-    have no outcome at all, and without it no run stands twice.
+    A setting tells runs of one seed apart, or follows from those that do. What does neither may be
+    an outcome, which as a setting would take runs out of the comparison.
     """
-    has_outcome = table[metric].map(math.isfinite)
-    for name in columns.settings:
-        lost = ~has_outcome.groupby(table[name].map(_value)).any()
-        others = [column for column in (*columns.of_cell, seed) if column != name]
-        tells_runs_apart = table[others].map(_value).duplicated().any()
-        if name in by or tells_runs_apart or lost.all() or not lost.any():
-            continue
+    values = table.map(_value)
+    needed = [*columns.of_cell, seed]
+    for name in reversed(columns.settings):
+        others = [column for column in needed if column != name]
+        if name not in by and not values.duplicated(others).any():
+            needed = others
+    cells = values.groupby([column for column in needed if column != seed])
+    unclear = [name for name in columns.settings if cells[name].nunique().max() > 1]
+    if unclear:
         raise UserError(
-            f"{name}: a setting, or how a run ended? no run with {name}={lost.idxmax()} has a "
-            f"value of {metric}; if it is a setting, by=[{name}], else ignore=[{name}]"
+            f"{', '.join(unclear)}: a setting or a measurement? it varies from seed to seed of one "
+            f"arm; name settings in by=[...], others in ignore=[{','.join(unclear)}]"
         )
 
 

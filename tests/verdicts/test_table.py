@@ -174,11 +174,17 @@ def other_rate(row: int) -> float:
     return 0.3 if row == 9 else 0.1  # a seed of one arm has another
 
 
+def test_settings_that_vary_together_separate_the_tables():
+    table = export().assign(classes=lambda t: t["data set"].map({"easy": 10, "hard": 100}))
+    headings = [slice_.heading for slice_ in compare(table).slices]
+    assert headings == ["classes=10, data set=easy", "classes=100, data set=hard"]
+
+
 def crashed(table: pd.DataFrame) -> pd.DataFrame:
     """Two runs of each optimizer have crashed, of sgd other seeds than of adam."""
     has_crashed = (table["seed"] + (table["optimizer"] == "sgd")) % 3 == 0
     states = has_crashed.map({True: "crashed", False: "finished"})
-    return table.assign(state=states, **{SCORE: table[SCORE].mask(has_crashed)})
+    return table.assign(state=states, code=has_crashed, **{SCORE: table[SCORE].mask(has_crashed)})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +212,7 @@ def crashed(table: pd.DataFrame) -> pd.DataFrame:
             {},
             "lr: a setting or a mea",
         ),
-        (crashed, {}, "state: a setting, or how a run ended"),
+        (crashed, {}, "state, code: a setting or a measurement.*from seed to seed"),
         (lambda t: t.assign(**{SCORE: "high"}), {}, "val/accuracy: row 2 has 'high', no number"),
         (
             lambda t: t,

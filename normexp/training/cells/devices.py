@@ -47,12 +47,12 @@ class Ranks:
         os.environ["NODE_RANK"] = str(self.fabric.node_rank)
         self.are_waiting = True  # for what rank 0 sends
 
-    def follow(self, train: Follow) -> None:
-        """Trains the stacks that rank 0 sends, until its command ends."""
+    def follow(self, follow_stack: Follow) -> None:
+        """Trains along the stacks that rank 0 sends, until its command ends."""
         with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
             nothing: Any = None  # without Any, pyright infers that None is received
             while (job := self.fabric.broadcast(nothing)) is not None:
-                train(*job)
+                follow_stack(*job)
 
     @contextmanager
     def together(self, job: tuple[Any, ...]) -> Iterator[None]:

@@ -209,7 +209,7 @@ class Sweep:
             self._look()
 
     def _train_here(self) -> None:
-        """Trains in this process; workers join once the stack has been cut into runs."""
+        """Trains in this process; if its stack is cut into runs, workers start and share them."""
         slot = self._free_slots()[0]
         slot.hide_other_gpus()
         self.here = [slot]
