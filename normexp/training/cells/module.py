@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.loggers import Logger
@@ -29,6 +29,8 @@ from normexp.training.records.result import Result, read_result, settings_of
 from normexp.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
+
+Form = Literal["stacked", "in turn", "apart"]
 
 
 def build_module(
@@ -63,47 +65,43 @@ def module_of(cell: Cell) -> TrainingModule:
 def arrange_replicas(
     cell: Cell, networks: list[nn.Module], *, is_stacked: bool | None = None
 ) -> Replicas:
-    """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
-    if will_stack(cell, len(networks), is_stacked=is_stacked):
+    """Stacks networks of one cell, or takes them one after another, see `form_of`."""
+    if form_of(cell, len(networks), is_stacked=is_stacked) == "stacked":
         return Stacked(networks)
     return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)
 
 
-def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
-    """True if this many replicas will be stacked; logs the reason if they cannot.
+def form_of(
+    cell: Cell, num_runs: int, num_rates: int = 1, *, is_stacked: bool | None = None
+) -> Form:
+    """How the runs of a stack train; logs the reason if they cannot be stacked.
 
-    `is_stacked`, the form in a checkpoint, overrides the recipe.
-    """
-    settings = cell.recipe.settings
-    wanted = settings.stack if is_stacked is None else is_stacked
-    if wanted == "auto":
-        is_on_cpu = device_type(settings.trainer.accelerator) == "cpu"
-        wanted = not is_on_cpu or cell.elements_per_forward <= SMALL_FORWARD
-    if not wanted or num_replicas == 1 or cell.alone is not None:
-        return False
-    obstacle = cell.traits.stacking_obstacle
-    if settings.trainer.num_processes > 1 and cell.recipe.is_synchronized:
-        # Under vmap nothing can be sent.
-        obstacle = "the norm takes statistics over all devices"
-    if obstacle is not None:
-        logger.info("%s: seeds train one after another: %s", cell.title, obstacle)
-    return obstacle is None
-
-
-def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
-    """True if the runs of a stack cannot train together, or would train in turn on a CPU.
-
-    Alone, each can have a core of its own, and ends with the same numbers.
+    stacked    at once, under vmap, if that is possible and faster
+    in turn    one after another in one process
+    apart      each as a stack of its own: on a CPU it can then have a core of its own, and it ends
+               with the same numbers as in turn
 
     Args:
         num_rates: of learning rates; at every step those must be proportional to `lr`.
+        is_stacked: what a checkpoint says, which overrides the recipe.
     """
-    has_one_rate = num_rates == 1
-    if will_stack(cell, num_runs) and (has_one_rate or cell.recipe.schedule.follows_lr):
-        return False
-    on_gpu = device_type(cell.recipe.settings.trainer.accelerator) != "cpu"
-    trains_in_turn = on_gpu and has_one_rate and cell.alone is None
-    return num_runs > 1 and not trains_in_turn
+    if num_runs == 1:
+        return "in turn"
+    settings, obstacle = cell.recipe.settings, cell.traits.stacking_obstacle
+    on_gpu = device_type(settings.trainer.accelerator) != "cpu"
+    wanted = settings.stack if is_stacked is None else is_stacked
+    if wanted == "auto":
+        wanted = on_gpu or cell.elements_per_forward <= SMALL_FORWARD
+    if settings.trainer.num_processes > 1 and cell.recipe.is_synchronized:
+        # Under vmap nothing can be sent.
+        obstacle = "the norm takes statistics over all devices"
+    rates_fit = num_rates == 1 or cell.recipe.schedule.follows_lr
+    if wanted and cell.alone is None:
+        if obstacle is None and rates_fit:
+            return "stacked"
+        if obstacle is not None:
+            logger.info("%s: seeds train one after another: %s", cell.title, obstacle)
+    return "in turn" if on_gpu and num_rates == 1 and cell.alone is None else "apart"
 
 
 # --- Loggers besides metrics.csv ------------------------------------------------------------------

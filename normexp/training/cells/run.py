@@ -22,7 +22,7 @@ from normexp.norms.site import state_as_built
 from normexp.training.batching.replicas import suitable_threads
 from normexp.training.callbacks import why_stopped
 from normexp.training.cells.cell import Cell, Prepared
-from normexp.training.cells.module import arrange_replicas, build_module, must_split, run_loggers
+from normexp.training.cells.module import arrange_replicas, build_module, form_of, run_loggers
 from normexp.training.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
@@ -109,7 +109,8 @@ class Attempt:
         try:
             self.prepared.prepare(self.specs[:1])
             begun = self.checkpoint.is_file()
-            if not begun and must_split(self.cell, len(self.stack.runs), len(self.specs)):
+            num_runs, num_rates = len(self.stack.runs), len(self.specs)
+            if not begun and form_of(self.cell, num_runs, num_rates) == "apart":
                 self._split("")
                 return
             self.prepared.prepare(self.specs)

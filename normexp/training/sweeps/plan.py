@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from normexp.errors import FAILED, UserError, one_line
 from normexp.training.batching.replicas import model_arguments, suitable_threads
 from normexp.training.cells.cell import Cell, Prepared, prepare_cell
-from normexp.training.cells.module import must_split
+from normexp.training.cells.module import form_of
 from normexp.training.checks.network import probe_batch
 from normexp.training.config.spec import CellSpec
 from normexp.training.devices import device_type
@@ -45,7 +45,7 @@ def _plan(spec: CellSpec, prepared: Prepared) -> Plan:
     try:
         cell = prepare_cell(spec, prepared)
         num_runs = len(state.missing)
-        num_stacks = num_runs if must_split(cell, num_runs) else 1
+        num_stacks = num_runs if form_of(cell, num_runs) == "apart" else 1
         seconds = _seconds_of_step(cell) if num_runs else 0.0
     except (Exception, SystemExit) as error:  # user code may raise anything
         state.refused = one_line(error)
