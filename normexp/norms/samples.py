@@ -1,4 +1,4 @@
-"""Where the samples of a forward are, in the inputs of a network and in the input of a norm.
+"""Which axis of an input counts the samples, of a norm or of a whole network.
 
 The first axis counts samples in most networks. Others take lists with an item for each sample, join
 the positions of a sample to rows, or have time first; any_network/split.py tries which.

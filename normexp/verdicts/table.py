@@ -205,11 +205,7 @@ def _sort_columns(
         else:
             unclear.append(name)
     if unclear:
-        raise UserError(
-            f"{', '.join(unclear)}: a setting or a measurement? some values stand for one seed of "
-            f"an arm, others for several; name settings in by=[...], others in "
-            f"ignore=[{','.join(unclear)}]"
-        )
+        raise _unclear(unclear, "some values stand for one seed of an arm, others for several")
     notes = []
     for why, names in left_out.items():
         if names:
@@ -232,10 +228,15 @@ def _refuse_outcomes(table: pd.DataFrame, columns: _Columns, seed: str, by: Sequ
     cells = values.groupby([column for column in needed if column != seed])
     unclear = [name for name in columns.settings if cells[name].nunique().max() > 1]
     if unclear:
-        raise UserError(
-            f"{', '.join(unclear)}: a setting or a measurement? it varies from seed to seed of one "
-            f"arm; name settings in by=[...], others in ignore=[{','.join(unclear)}]"
-        )
+        raise _unclear(unclear, "it varies from seed to seed of one arm")
+
+
+def _unclear(names: Sequence[str], why: str) -> UserError:
+    return UserError(
+        f"{', '.join(names)}: a setting or a measurement? {why}; name settings in by=[...], others "
+        f"in ignore=[{','.join(names)}] (a run that crashed counts as lost where its outcome is "
+        "empty)"
+    )
 
 
 def _value(value: Any) -> Hashable:
