@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "conf" / "experiment" / "records"
 PICTURE = ROOT / ".pictures" / "batch_size.png"
 PANELS = {
-    "batch_size_cifar": "CIFAR-10, residual network",
-    "batch_size_text": "Shakespeare, small GPT",
+    "batch_size_cifar_tuned": "CIFAR-10, residual network",
+    "batch_size_text_tuned": "Shakespeare, small GPT",
 }
 COLOURS = {
     "batch": "#d55e00",
