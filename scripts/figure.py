@@ -90,7 +90,7 @@ def _heading(title: str) -> Any:
 
 
 def marks_of(slice_: Slice) -> Iterator[dict[str, Any]]:
-    """Each norm's mean at each size, `level` if it mixes no samples, and its seeds."""
+    """Each norm's mean at each size, `level` if it mixes no samples; its seeds, at its best lr."""
 
     def shown(value: float | None) -> float | None:
         """As an error or in bits: lower is better."""
@@ -107,7 +107,7 @@ def marks_of(slice_: Slice) -> Iterator[dict[str, Any]]:
             print(slice_.heading, norm, size, norm_at_size.estimate(), f"n = {n}")
             if is_level and size != norm_at_size.best.norm_batch_size:
                 continue  # where nothing was run
-            for value in norm_at_size.values.values():
+            for value in norm_at_size.best.values(slice_.metric).values():
                 yield place | {"kind": "seed", "value": shown(value)}
 
 
