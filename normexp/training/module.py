@@ -80,8 +80,8 @@ class TrainingModule(pl.LightningModule):
     def has_ended(self) -> bool:
         return self.step >= self.recipe.schedule.total_steps
 
-    def diverged_at(self, index: int) -> int | None:
-        """The first step of a replica with a loss, or at the end a metric, that is not finite."""
+    def diverged_at_step(self, index: int) -> int | None:
+        """The first step of a replica whose loss, or after the test its metrics, are not finite."""
         values = [column[index] for column in self.metrics.values()]
         # The last update may break a network after its loss was taken.
         at_end = None if all(map(math.isfinite, values)) else self.step

@@ -51,7 +51,8 @@ class Row:
     config: what defines the training, defaults left out, with sizes, budget and learning rate as
         they act
     metrics: finite numbers by name (`test/accuracy`, `val/accuracy@precise`)
-    defaults: the settings that `config` lacks, because they have their defaults
+    defaults: every setting with its value, also those that `config` lacks, because they have their
+        defaults or act through others alone (`base_batch_size`)
     typed: the part of `config` that was asked for, and digests of what was loaded; values that
         follow from equal ones do not keep runs from being compared
     measured: what else was measured, as `timing.step_ms`, `traits.mixes_samples`

@@ -5,7 +5,7 @@ The part of a column is inferred from its values, never from its name:
 - every value of a setting occurs, within each arm that has it, for at least two seeds, and
   settings tell the runs of one seed apart, or follow from those that do;
 - no value of a measurement repeats, be it a time, a further metric or the name of a run;
-- what follows from the seed is neither.
+- what has one value for each seed, and another for each other, is neither.
 
 Measurements and what follows from the seed are left out, and a line says so.
 
@@ -94,6 +94,9 @@ def compare(
     chosen = [column for column in (tune, choose_by) if column]
     table = table.reset_index(drop=True).rename(columns=str)
     _check_names(table, [arm, seed, metric, *chosen, *by, *ignore])
+    table = table.drop(columns=list(ignore))
+    if table.duplicated().any():
+        raise UserError(f"row {_row_number(table.duplicated())} repeats an earlier row; remove it")
     _check_parts(table, {"arm": arm, "seed": seed})
     for column in (metric, *chosen):
         table[column] = _numbers(table[column])
@@ -110,7 +113,7 @@ def compare(
     elif tune:
         described = replace(described, chosen_by=described)
     cell = [arm, *([tune] if tune else [])]
-    columns = _sort_columns(table, cell, seed, by, [*metrics, *ignore])
+    columns = _sort_columns(table, cell, seed, by, metrics)
     _refuse_doubled_seeds(table, columns, seed)
     _refuse_outcomes(table, columns, seed, by)
     rows = _rows_of(table, columns, seed, metrics, name)
@@ -136,8 +139,6 @@ def _check_names(table: pd.DataFrame, names: Sequence[str]) -> None:
             raise UserError(f"{name}: one column cannot play two parts")
     if table.columns.has_duplicates:
         raise UserError(f"{table.columns[table.columns.duplicated()][0]}: two columns of this name")
-    if table.duplicated().any():
-        raise UserError(f"row {_row_number(table.duplicated())} repeats an earlier row; remove it")
 
 
 def _check_parts(table: pd.DataFrame, parts: Mapping[str, str]) -> None:
@@ -196,7 +197,7 @@ def _sort_columns(
         values = table[name].map(_value)
         if values.nunique() == 1:
             settings.append(name)
-        elif values.groupby(seeds).nunique().max() == 1:
+        elif values.groupby(seeds).nunique().max() == 1 and values.nunique() == seeds.nunique():
             left_out["they follow from the seed"].append(name)
         elif seeds.groupby([arms, values]).nunique().min() > 1:
             settings.append(name)
@@ -214,28 +215,55 @@ def _sort_columns(
 
 
 def _refuse_outcomes(table: pd.DataFrame, columns: _Columns, seed: str, by: Sequence[str]) -> None:
-    """Raises UserError for what varies from seed to seed, as the `state` of a tracker does.
+    """Raises UserError for what may be an outcome, as the `state` of a tracker is.
 
-    A setting tells runs of one seed apart, or follows from those that do. What does neither may be
-    an outcome, which as a setting would take runs out of the comparison.
+    As a setting it would take runs out of the comparison. A setting tells the runs of most seeds
+    apart, or follows from settings that do, or from the arm.
     """
-    values = table.map(_value)
-    needed = [*columns.of_cell, seed]
-    for name in reversed(columns.settings):
-        others = [column for column in needed if column != name]
-        if name not in by and not values.duplicated(others).any():
-            needed = others
-    cells = values.groupby([column for column in needed if column != seed])
-    unclear = [name for name in columns.settings if cells[name].nunique().max() > 1]
+    varied = [name for name in columns.settings if table[name].map(_value).nunique() > 1]
+    arm, *rest = cell = [name for name in columns.of_cell if name not in columns.settings]
+    values = table[[*cell, *varied, seed]].map(_value)
+    keys = _keys_of(values, [*cell, seed], varied, by)
+    unclear: dict[str, None] = {}
+    for name in varied:
+        others = [key for key in keys if key != name]
+        if name in keys:
+            is_clear = (values.groupby([*cell, seed, *others])[name].nunique() > 1).mean() >= 0.5
+        else:
+            is_clear = _follows(values, name, [arm]) or _follows(values, name, [*rest, *keys])
+        if is_clear or name in by:
+            continue
+        unclear[name] = None
+        for key in others:  # if `name` would do in its place, one of the two is a setting
+            instead = [name, *(other for other in others if other != key)]
+            if key not in by and not values.duplicated([*cell, seed, *instead]).any():
+                unclear[key] = None
     if unclear:
-        raise _unclear(unclear, "it varies from seed to seed of one arm")
+        raise _unclear([*unclear], "it varies from seed to seed, or with the arm at a setting")
+
+
+def _keys_of(
+    values: pd.DataFrame, run: list[str], settings: Sequence[str], by: Sequence[str]
+) -> list[str]:
+    """The fewest settings by which, with the columns of a `run`, no row is twice; `by` stays."""
+    keys = list(settings)
+    for name in reversed(settings):
+        others = [key for key in keys if key != name]
+        if name not in by and not values.duplicated([*run, *others]).any():
+            keys = others
+    return keys
+
+
+def _follows(values: pd.DataFrame, name: str, others: list[str]) -> bool:
+    """True if a column has one value wherever others are equal."""
+    return bool(others) and values.groupby(others)[name].nunique().max() == 1
 
 
 def _unclear(names: Sequence[str], why: str) -> UserError:
+    ignored = names[0] if len(names) == 1 else "..."
     return UserError(
         f"{', '.join(names)}: a setting or a measurement? {why}; name settings in by=[...], others "
-        f"in ignore=[{','.join(names)}] (a run that crashed counts as lost where its outcome is "
-        "empty)"
+        f"in ignore=[{ignored}]; if it says which runs crashed, empty their outcomes, too"
     )
 
 

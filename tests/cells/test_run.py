@@ -24,7 +24,6 @@ from normexp.training.config.spec import CellSpec
 from normexp.training.records.journal import CommandEntry, Refusal, read_entries
 from normexp.training.records.layout import (
     CHECKPOINT_FILE,
-    RESULT_FILE,
     STACKS,
     WEIGHTS_FILE,
     seed_dir,
@@ -196,15 +195,8 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (spec,) = specs_of(tmp_path)
-    write_json = stack_module.write_json
-
-    def killed(path: Path, content: Any) -> None:
-        if path.name == RESULT_FILE:
-            raise SystemExit
-        write_json(path, content)
-
     with monkeypatch.context() as patch:
-        patch.setattr(stack_module, "write_json", killed)
+        patch.setattr(stack_module, "write_result", lambda *_: (_ for _ in ()).throw(SystemExit))
         with pytest.raises(SystemExit):
             walk([spec])
     assert results_of(tmp_path) == []

@@ -119,3 +119,10 @@ def test_a_value_that_was_not_typed_is_the_recorded_default(tmp_path: Path):
     assert [*normexp.load_study("synthetic", tmp_path)["norm.momentum"]] == [0.1, 0.3]
     (slice_,) = normexp.load_report("synthetic", tmp_path).slices
     assert slice_.arms == ["batch", "batch momentum=0.3"]
+
+
+def test_a_setting_that_acts_through_derived_values_alone_stays_known(tmp_path: Path):
+    for half_life in (20, 2000):
+        write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9}, knobs={"half_life": half_life})
+    (slice_,) = normexp.load_report("synthetic", tmp_path).slices
+    assert slice_.arms == ["batch half_life=20", "batch half_life=2000"]

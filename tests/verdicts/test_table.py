@@ -164,7 +164,7 @@ def test_a_diverged_run_counts_in_the_unit_of_the_column():
 @pytest.mark.parametrize("name", ["optim.name", "act"])
 def test_any_column_may_be_the_arm_and_none_is_a_budget_by_its_name(name: str):
     table = export().rename(columns={"optimizer": name, "data set": "samples", "steps": "epochs"})
-    table["epochs"] = table["seed"] % 2 * 0 + (table.index % 2)  # follows from the seed
+    table["epochs"] = 10 * table["seed"]  # follows from the seed
     report = normexp.compare(table, arm=name, seed="seed", metric=SCORE)
     assert [slice_.heading for slice_ in report.slices] == ["samples=easy", "samples=hard"]
     assert verdicts(report)["adam"][0] == "better"
@@ -185,6 +185,25 @@ def crashed(table: pd.DataFrame) -> pd.DataFrame:
     has_crashed = (table["seed"] + (table["optimizer"] == "sgd")) % 3 == 0
     states = has_crashed.map({True: "crashed", False: "finished"})
     return table.assign(state=states, code=has_crashed, **{SCORE: table[SCORE].mask(has_crashed)})
+
+
+def crashed_on_hard(table: pd.DataFrame) -> pd.DataFrame:
+    """All runs of sgd have crashed on one data set, where a tracker keeps their last values."""
+    has_crashed = (table["optimizer"] == "sgd") & (table["data set"] == "hard")
+    return table.assign(state=has_crashed.map({True: "crashed", False: "finished"}))
+
+
+def rerun(table: pd.DataFrame) -> pd.DataFrame:
+    """Two seeds of each cell have crashed and were run again."""
+    again = table[table["seed"] < 2].assign(state="crashed", **{SCORE: 0.1})
+    again["Runtime"] += 1
+    return pd.concat([table.assign(state="finished"), again], ignore_index=True)
+
+
+def on_two_machines(table: pd.DataFrame) -> pd.DataFrame:
+    """Each seed is on one machine for one data set, and on the other for the other."""
+    machine = (table["seed"] + (table["data set"] == "hard")) % 2
+    return pd.concat([machine.rename("gpu"), table], axis=1)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +232,10 @@ def crashed(table: pd.DataFrame) -> pd.DataFrame:
             "lr: a setting or a mea",
         ),
         (crashed, {}, "state, code: a setting or a measurement.*from seed to seed"),
+        (crashed_on_hard, {}, '^state: a setting or .*ignore=."state"'),
+        (rerun, {"ignore": ["Name"]}, "^state: a setting or a measurement"),
+        (on_two_machines, {}, r"^data set, gpu: a setting .*others in ignore=\[...\]"),
+        (lambda t: t.assign(state=t["seed"] < 2), {}, "^state: a setting or a measurement"),
         (lambda t: t.assign(**{SCORE: "high"}), {}, "val/accuracy: row 2 has 'high', no number"),
         (
             lambda t: t,

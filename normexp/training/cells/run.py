@@ -269,7 +269,7 @@ class Attempt:
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
-            if cell.recipe.settings.save_weights and module.diverged_at(index) is None:
+            if cell.recipe.settings.save_weights and module.diverged_at_step(index) is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
             content = module.evaluator.content(module.metrics, index)
@@ -305,7 +305,7 @@ class Attempt:
         spec, seed = self.runs[index]
         cell = self.cells[spec.id]
         metrics = {name: column[index] for name, column in module.metrics.items()}
-        diverged_at = module.diverged_at(index)
+        diverged_at = module.diverged_at_step(index)
         ended_early = why_stopped(module.trainer) if module.step < cell.recipe.num_steps else None
         return Result(
             cell_id=spec.id,

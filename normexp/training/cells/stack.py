@@ -21,7 +21,7 @@ from normexp.training.records.layout import (
     subfolders,
 )
 from normexp.training.records.locks import file_lock
-from normexp.training.records.result import Result, Status
+from normexp.training.records.result import Result, Status, result_of, write_result
 from normexp.training.records.stack_state import Member, lock_of, read_attempts
 from normexp.training.records.study import CellState
 
@@ -149,10 +149,10 @@ def settle(study_dir: Path, held: Collection[Member] = ()) -> None:
     for folder in folders:
         path = folder / RESULTS_FILE
         for content in read_json(path, missing={"results": []})["results"]:
-            cell_id, seed = content["cell_id"], content["seed"]
-            if (cell_id, seed) in held and not has_ended(study_dir, cell_id, seed):
-                # Last and atomically: its presence means that the run has ended.
-                write_json(seed_dir(study_dir / cell_id, seed) / RESULT_FILE, content)
+            result = result_of(content, path)
+            member = (result.cell_id, result.seed)
+            if member in held and not has_ended(study_dir, *member):
+                write_result(seed_dir(study_dir / result.cell_id, result.seed), result)
     for folder in folders:  # also that of a stack that was cut into those above
         members = read_attempts(folder).members
         if members and all(has_ended(study_dir, *member) for member in members):

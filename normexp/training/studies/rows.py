@@ -143,7 +143,7 @@ def row_of(
         status=result.status,
         config=result.settings,
         metrics=metrics,
-        defaults=result.defaults,
+        defaults=result.values,
         typed=flatten(result.defines),
         measured=flatten(measured),
         directory=run_dir,
