@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from normexp.training.cells import cell as cell_module
 from normexp.training.cells import run as run_module
 from normexp.training.cells import stack as stack_module
 from normexp.training.cells.cell import Prepared, prepare_cell
+from normexp.training.cells.module import form_of
 from normexp.training.cells.run import train_stack
 from normexp.training.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
 from normexp.training.config.command import compose_cells
@@ -227,6 +229,14 @@ def test_runs_that_others_train_are_left_to_them(tmp_path: Path):
         assert not first[0].directory.exists()
         assert train_stack(Stack(stack.runs[-2:-1]), command(specs), TrainingControl(), Prepared())
     assert [(one.cell_id, one.seed) for one in results_of(tmp_path)] == [(spec.id, seed - 1)]
+
+
+def test_rates_that_a_schedule_does_not_follow_train_apart(tmp_path: Path):
+    cell = prepare_cell(specs_of(tmp_path, "lr=0.1,0.3")[0])
+    schedule = replace(cell.recipe.schedule, follows_lr=False)
+    other = replace(cell, recipe=replace(cell.recipe, schedule=schedule))
+    assert form_of(cell, num_runs=4, num_rates=2) == form_of(other, num_runs=4) == "stacked"
+    assert form_of(other, num_runs=4, num_rates=2) == "apart"
 
 
 def test_a_stack_that_another_worker_has_cut_meanwhile_is_not_tried_again(tmp_path: Path):

@@ -89,7 +89,7 @@ def _folder_of(options: Mapping[str, Any]) -> Path:
 
 
 def _prepare(study_dir: Path, options: Mapping[str, Any]) -> tuple[ConfirmRequest, list[CellSpec]]:
-    """A confirmation and its cells, of which it says what they are."""
+    """The confirmation that is due, unfinished or new, and its cells; prints what it compares."""
     cells = label_cells(build_cells(read_studies(study_dir.parent, [study_dir.name])))
     loop = loop_of(cells, options["baseline"])
     earlier = confirmations_of(read_entries(study_dir))
