@@ -132,7 +132,6 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     if all(place.side and place.side.is_at_chance for place in ranking.places):
         return "all are at chance"
     slice_ = ranking.slice
-    arm = slice_.arm_key if slice_.is_main else f"value of {slice_.arm_key}"
     arms = f"{slice_.arm_key}s" if slice_.is_main else f"values of {slice_.arm_key}"
     not_ranked = [pair.first for pair in pairs if pair.verdict is None]
     if len(not_ranked) > 1:
@@ -140,9 +139,7 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     claims = []
     best, num_arms = ranking.best, len(ranking.places)
     if best:
-        if len(best) == num_arms:
-            claim = f"no {arm} is shown to lead"
-        elif len(best) > 2:
+        if len(best) > 2:
             claim = f"{len(best)} of {num_arms} {arms} may lead"
         else:
             sides = {place.arm: place.side for place in ranking.places}
